@@ -1,5 +1,7 @@
 """A signal that is ignored when gpushare starts stays ignored, in the program too; and a terminal that is gone hinders nothing."""
 
+# ruff: noqa: F811
+
 from __future__ import annotations
 
 import functools
@@ -57,6 +59,13 @@ def marks(tmp_path: Path) -> Marks:
     return Marks(tmp_path)
 
 
+def lives_on(world: World, marks: Marks) -> None:
+    """See that what runs goes on, and let it end."""
+    time.sleep(0.5)
+    assert world.attached()
+    marks.go()
+
+
 def gone(world: World) -> None:
     until(lambda: world.state.daemons == [] and world.pids() == [], "all is gone")
 
@@ -83,9 +92,7 @@ def test_nohup_outlives_the_terminal(
     hang_up(screen)
     # The terminal is gone, and its session's leader with it.
     end_of(screen)
-    time.sleep(0.5)
-    assert world.attached()
-    marks.go()
+    lives_on(world, marks)
     gone(world)
     assert marks.done
 
@@ -111,9 +118,7 @@ def test_a_terminal_that_is_gone_ends_nothing_where_its_signal_is_ignored(
     screens.append(screen := on_terminal("sh", "-c", f"trap '' HUP; exec {GPUSHARE} {verb} {marks.command}"))
     assert marks.ignored() == "SIGHUP"
     hang_up(screen)
-    time.sleep(0.5)
-    assert world.attached()
-    marks.go()
+    lives_on(world, marks)
     assert (end_of(screen), marks.done) == (0, True)
     gone(world)
 
@@ -134,9 +139,7 @@ def test_a_background_job_of_a_script_ignores_ctrl_c(world: World, marks: Marks)
     until(world.attached, "attached")
     os.kill(pid, signal.SIGINT)
     os.kill(pid, signal.SIGQUIT)
-    time.sleep(0.5)
-    assert world.attached()
-    marks.go()
+    lives_on(world, marks)
     script.wait(60)
     script.stdout.close()
     assert marks.done

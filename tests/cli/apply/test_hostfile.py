@@ -137,6 +137,14 @@ def test_capture_reset_apply_gives_the_same(cli: Cli, write: Write) -> None:
 
 
 def test_what_is_applied_is_there(cli: Cli, write: Write) -> None:
+    cli("status", host=EIGHT).ok()
+    # A dry run changes nothing.
+    before = same(EIGHT)
+    done = cli("apply", "-f", write(MIXED), "--dry-run", host=EIGHT).ok()
+    assert "nothing is changed (dry run)" in done.out
+    assert "nvidia-smi -i 4 -mig 1" in done.out
+    assert same(EIGHT) == before
+    assert not (World(EIGHT).directory / "var" / "applied.yaml").exists()
     answer = cli("apply", "-f", write(MIXED), host=EIGHT).ok()
     *lines, undo = answer.out.splitlines()
     assert undo.startswith("undo: gpushare apply -f ")
@@ -543,16 +551,6 @@ def test_only_root_may_but_a_user_may_have_daemons(two: Host) -> None:
     assert two.differs("mps: {threads: 25}") == ""
 
 
-def test_a_dry_run_changes_nothing(cli: Cli, write: Write) -> None:
-    cli("status", host=EIGHT).ok()
-    before = same(EIGHT)
-    done = cli("apply", "-f", write(MIXED), "--dry-run", host=EIGHT).ok()
-    assert "nothing is changed (dry run)" in done.out
-    assert "nvidia-smi -i 4 -mig 1" in done.out
-    assert same(EIGHT) == before
-    assert not (World(EIGHT).directory / "var" / "applied.yaml").exists()
-
-
 # -- in use ------------------------------------------------------------------------------------------
 
 BUSY = [
@@ -804,77 +802,67 @@ def test_a_crash_in_the_middle_is_undone_by_the_next_apply(two: Host) -> None:
     assert two.differs(TO) == ""
 
 
-def test_who_may_not_change_mig_leaves_an_interrupted_change_to_root(cli: Cli, refused: Refused, write: Write) -> None:
-    world = World(TWO)
-    cli("mig", "enable", "-g", "0", "-y", host=TWO).ok()
-    world.fault("crash-step", "2")
-    assert world.run_apart("mig", "create", "-g", "0", "1g.10gb", "2g.20gb") == 137
-    world.clear()
-    world.fault("user", "1000")
-    path = write(one("mps: {threads: 25}", index=1))
-    refused("apply", "-f", path, code="no_permission", exit_code=4, host=TWO)
-    world.fault("user", "root")
-    assert "was undone" in cli("apply", "-f", path, host=TWO).ok().err
-    assert "MIG is on without an instance" in cli("mig", "status", "-g", "0", host=TWO).ok().err
+def test_who_may_not_change_mig_leaves_an_interrupted_change_to_root(two: Host) -> None:
+    two.cli("mig", "enable", "-g", "0", "-y", host=TWO).ok()
+    two.world.fault("crash-step", "2")
+    assert two.world.run_apart("mig", "create", "-g", "0", "1g.10gb", "2g.20gb") == 137
+    two.world.clear()
+    two.world.fault("user", "1000")
+    text = one("mps: {threads: 25}", index=1)
+    two.refused(text, code="no_permission", exit_code=4)
+    two.world.fault("user", "root")
+    assert "was undone" in two.apply(text).err
+    assert "MIG is on without an instance" in two.cli("mig", "status", "-g", "0", host=TWO).ok().err
 
 
 @pytest.mark.parametrize(("number", "code"), [(errno.ENOSPC, 1), (errno.EIO, 1), (errno.EACCES, 4)])
 def test_a_file_that_cannot_be_kept_for_the_boot_is_an_error(
-    cli: Cli, write: Write, monkeypatch: pytest.MonkeyPatch, number: int, code: int
+    two: Host, monkeypatch: pytest.MonkeyPatch, number: int, code: int
 ) -> None:
     """The units for the boot would apply another one, or none."""
-    world = World(TWO)
-    kept, real = world.directory / "var" / "applied.yaml", os.replace
+    kept, real, text = two.kept, os.replace, one("timeslice: long")
 
     def refusing(source: Any, target: Any) -> None:
         if Path(target) == kept:
             raise OSError(number, os.strerror(number), str(source))
         real(source, target)
 
-    text = one("timeslice: long")
     with monkeypatch.context() as patched:
         patched.setattr(os, "replace", refusing)
-        answer = cli("apply", "-f", write(text), host=TWO, output="json")
-    (error,) = answer.json["errors"]
+        answer = two("apply", text, output="json")
+    error = answer.error
     assert (answer.code, error["code"], answer.json["status"]) == (code, "not_kept", "partial")
     assert "limits" not in error["message"]
     assert os.strerror(number) in error["message"]
     assert error["hint"]
-    assert (states(answer), answer.data["kept"]) == ({0: "done"}, None)
-    assert not kept.exists()
+    assert (states(answer), answer.data["kept"], kept.exists()) == ({0: "done"}, None, False)
     # The same again keeps it, though there is nothing else to do.
-    assert cli("apply", "-f", write(text), host=TWO, output="json").ok().data["kept"] == str(kept)
+    assert two("apply", text, output="json").ok().data["kept"] == str(kept)
     assert kept.read_text() == text
+    monkeypatch.setattr(os, "replace", refusing)
     # Limits of users are in force by the kept file only.
-    limited = write(text + "memory: [{match: all, limit: 10G}]\n")
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "replace", refusing)
-        answer = cli("apply", "-f", limited, host=TWO, output="json")
-        assert "nothing is changed" in cli("apply", "-f", limited, host=TWO).out
+    limited = text + "memory: [{match: all, limit: 10G}]\n"
+    answer = two("apply", limited, output="json")
+    assert "nothing is changed" in two("apply", limited).out
     assert (answer.code, answer.data["limits"], answer.data["steps"]) == (code, [], [])
-    assert answer.json["errors"][0]["message"].startswith(
-        "the file is not kept: the next boot will not apply it, and limits"
-    )
+    assert answer.error["message"].startswith("the file is not kept: the next boot will not apply it, and limits")
     # One that is kept is not written again: at boot the disk may be full.
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "replace", refusing)
-        cli("apply", "-f", write(text), host=TWO).ok()
+    two.apply(text)
 
 
-def test_a_plan_says_that_only_the_kept_text_changes(cli: Cli, write: Write) -> None:
-    text = one("exclusive: true", index=0)
-    both = cli("apply", "-n", "-f", write(text), host=TWO, output="json").ok().data["steps"]
-    assert [step["what"] for step in both][-1] == "keep the file for the next boot"
+def test_a_plan_says_that_only_the_kept_text_changes(two: Host) -> None:
+    text = one("exclusive: true")
+    both = two.plan(text, "-n")
+    assert both[-1]["what"] == "keep the file for the next boot"
     assert len(both) > 1
-    cli("apply", "-f", write(text), host=TWO).ok()
-    path = write(f"# The same.\n{text}")
-    kept = World(TWO).directory / "var" / "applied.yaml"
-    assert "1. keep the file for the next boot\n" in cli("apply", "-n", "-f", path, host=TWO).ok().out
-    assert kept.read_text() == text
-    assert cli("apply", "-f", path, host=TWO).ok().out.startswith("the file is kept for the next boot; undo: ")
-    assert kept.read_text() == f"# The same.\n{text}"
+    two.apply(text)
+    new = f"version: 1 # The same.\n{text.partition('version: 1')[2].lstrip()}"
+    assert "1. keep the file for the next boot\n" in two.apply(new, "-n").out
+    assert two.kept.read_text() == text
+    assert two.apply(new).out.startswith("the file is kept for the next boot; undo: ")
+    assert two.kept.read_text() == new
     for words in (("-n",), ()):
-        assert "nothing to do" in cli("apply", *words, "-f", path, host=TWO).ok().out
+        assert "nothing to do" in two.apply(new, *words).out
 
 
 def test_a_time_slice_that_a_file_cannot_express_with_mig_is_noted(cli: Cli) -> None:
@@ -885,48 +873,40 @@ def test_a_time_slice_that_a_file_cannot_express_with_mig_is_noted(cli: Cli) -> 
     assert "timeslice" not in answer.out
 
 
-def test_the_undo_keeps_for_boot_what_the_previous_file_set_up(cli: Cli, write: Write) -> None:
-    world = World(TWO)
-    cli("apply", "-f", write(one("timeslice: long", index=0)), host=TWO).ok()
-    answer = cli("apply", "-f", write(one("timeslice: short", index=1)), host=TWO, output="json").ok()
+def test_the_undo_keeps_for_boot_what_the_previous_file_set_up(two: Host) -> None:
+    two.apply("timeslice: long")
+    answer = two("apply", one("timeslice: short", index=1), output="json").ok()
     assert "it has no entry for GPU 0, which the previous file had" in answer.err
-    cli(*answer.data["undo"].split()[1:], host=TWO).ok()
-    kept = (world.directory / "var" / "applied.yaml").read_text()
-    assert "- match: {index: 0}\n    timeslice: long" in kept
-    assert "- match: {index: 1}\n    timeslice: default" in kept
+    two.undo(answer)
+    assert "- match: {index: 0}\n    timeslice: long" in two.kept.read_text()
+    assert "- match: {index: 1}\n    timeslice: default" in two.kept.read_text()
+    # A lost GPU of the previous file takes no undo from the others.
+    two.world.fault("lost", gpu="0")
+    two.undo(two("apply", one("timeslice: short", index=1), output="json").ok())
+    assert two.world.state.gpus[1].time_slice == 0
 
 
-def test_a_lost_gpu_of_the_previous_file_takes_no_undo_from_the_others(cli: Cli, write: Write) -> None:
-    cli("apply", "-f", write(one("timeslice: long", index=0)), host=TWO).ok()
-    World(TWO).fault("lost", gpu="0")
-    answer = cli("apply", "-f", write(one("timeslice: short", index=1)), host=TWO, output="json").ok()
-    cli(*answer.data["undo"].split()[1:], host=TWO).ok()
-    assert World(TWO).state.gpus[1].time_slice == 0
-
-
-def test_limits_in_a_file_that_its_user_has_kept_are_not_said_to_be_in_force(cli: Cli, write: Write) -> None:
-    World(TWO).fault("user", "1000")
-    path = write("version: 1\nmemory:\n- {match: all, limit: 8G}\n")
+def test_limits_in_a_file_that_its_user_has_kept_are_not_said_to_be_in_force(two: Host) -> None:
+    two.world.fault("user", "1000")
     for _ in range(2):
-        assert "come into force only when root applies" in cli("apply", "-f", path, host=TWO).ok().err
-        assert "limit: 8G" not in cli("capture", host=TWO).ok().out
+        said = two.apply("version: 1\nmemory:\n- {match: all, limit: 8G}\n").err
+        assert "come into force only when root applies" in said
+        assert "limit: 8G" not in two.capture()
 
 
-def test_a_user_who_is_not_root_sees_the_limits_that_root_has_set(cli: Cli, write: Write) -> None:
-    path = write(f"version: 1\nmemory:\n- {{match: {{user: '{os.geteuid()}'}}, limit: 8G}}\nreserve: {{longest: 4h}}\n")
-    cli("apply", "-f", path, host=TWO).ok()
-    World(TWO).fault("user", "1000")
-    assert cli("diff", "-f", path, host=TWO).ok().out.strip() == "nothing differs from the file"
+def test_a_user_who_is_not_root_sees_the_limits_that_root_has_set(two: Host) -> None:
+    text = f"version: 1\nmemory:\n- {{match: {{user: '{os.geteuid()}'}}, limit: 8G}}\nreserve: {{longest: 4h}}\n"
+    two.apply(text)
+    two.world.fault("user", "1000")
+    assert two("diff", text).ok().out.strip() == "nothing differs from the file"
     for words in (("-n",), (), ()):
-        answer = cli("apply", *words, "-f", path, host=TWO).ok()
+        answer = two.apply(text, *words)
         assert "come into force" not in answer.err
     assert "nothing to do: the host is as requested" in answer.out
-    captured = cli("capture", host=TWO).ok().out
-    assert "limit: 8G" in captured
-    assert "longest: 4h" in captured
+    assert all(part in two.capture() for part in ("limit: 8G", "longest: 4h"))
     # A job belongs to the real user.
-    assert "you may reserve 8.0 GiB" in cli("run", "-g", "0", "--memory", "9G", "--", "true", host=TWO).err
-    refused = cli("reserve", "-g", "0", "--for", "5h", "-n", host=TWO)
+    assert "you may reserve 8.0 GiB" in two.cli("run", "-g", "0", "--memory", "9G", "--", "true", host=TWO).err
+    refused = two.cli("reserve", "-g", "0", "--for", "5h", "-n", host=TWO)
     assert (refused.code, "the longest here is 4 h" in refused.err) == (4, True)
 
 
@@ -958,72 +938,54 @@ def test_a_capture_loses_no_rules_of_root(cli: Cli, write: Write, tmp_path: Path
     assert "slices are those of the file that you applied last" in alone.err
 
 
-def test_limits_of_users_are_kept_compared_captured_and_honored(cli: Cli, write: Write) -> None:
+def test_limits_of_users_are_kept_compared_captured_and_honored(two: Host) -> None:
     user = user_name(os.geteuid())
-    path = write(f"version: 1\nmemory:\n- {{match: {{user: ['{user}']}}, limit: 8G}}\n- {{match: all, limit: 20G}}\n")
-    answer = cli("diff", "-f", path, host=TWO)
-    assert answer.code == 7
-    assert f"memory: limit of user {user}: none -> 8G" in answer.out
-    assert "memory: limit of each other user: none -> 20G" in answer.out
-    world = World(TWO)
-    world.fault("user", "1000")
-    planned = cli("apply", "-n", "-f", path, host=TWO).ok()
-    assert "1. keep the file as the one that was applied last\n" in planned.out
-    world.clear()
-    changes = f"memory: limit of user {user}: none -> 8G; memory: limit of each other user: none -> 20G"
-    planned = cli("apply", "-n", "-f", path, host=TWO, output="json").ok()
-    assert [step["what"] for step in planned.data["steps"]] == [
-        f"keep the file for the next boot, and put in force: {changes}"
-    ]
-    applied = cli("apply", "-f", path, host=TWO, output="json").ok()
+    text = f"version: 1\nmemory:\n- {{match: {{user: ['{user}']}}, limit: 8G}}\n- {{match: all, limit: 20G}}\n"
+    changes = [f"memory: limit of user {user}: none -> 8G", "memory: limit of each other user: none -> 20G"]
+    assert all(change in two.differs(text) for change in changes)
+    two.world.fault("user", "1000")
+    assert "1. keep the file as the one that was applied last\n" in two.apply(text, "-n").out
+    two.world.clear()
+    planned = two.plan(text, "-n")
+    wanted = f"keep the file for the next boot, and put in force: {'; '.join(changes)}"
+    assert [step["what"] for step in planned] == [wanted]
     # The dry run is the plan that is carried out.
-    assert applied.data["steps"] == planned.data["steps"]
-    assert "nothing to do" in cli("apply", "-f", path, host=TWO).ok().out
-    assert cli("diff", "-f", path, host=TWO).ok().out.strip() == "nothing differs from the file"
-    assert "limit: 8G" in cli("capture", host=TWO).ok().out
+    assert two.plan(text) == planned
+    assert "nothing to do" in two.apply(text).out
+    assert two("diff", text).ok().out.strip() == "nothing differs from the file"
+    assert "limit: 8G" in two.capture()
     for wait in ((), ("--wait",)):
-        answer = cli("run", "-g", "0", *wait, "--memory", "9G", "--", "true", host=TWO)
-        assert answer.code == 4
+        answer = two.cli("run", "-g", "0", *wait, "--memory", "9G", "--", "true", host=TWO)
         (error,) = answer.lines("error")
-        assert "needs 9.0 GiB, and you may reserve 8.0 GiB on a GPU" in error
-    cli("run", "-g", "0", "--wait", "--memory", "7G", "--", "true", host=TWO).ok()
+        assert (answer.code, "needs 9.0 GiB, and you may reserve 8.0 GiB on a GPU" in error) == (4, True)
+    two.cli("run", "-g", "0", "--wait", "--memory", "7G", "--", "true", host=TWO).ok()
 
 
 @pytest.mark.parametrize("gpus", ["", "gpus: [{match: {index: 0}, timeslice: long}]\n"])
-def test_limits_of_users_are_taken_back_by_the_undo(cli: Cli, write: Write, gpus: str) -> None:
-    def limited(size: str, more: str = "") -> str:
-        return write(f"version: 1\n{more}memory:\n- {{match: all, limit: {size}}}\n")
-
+def test_limits_of_users_are_taken_back_by_the_undo(two: Host, gpus: str) -> None:
+    limited = "version: 1\n{}memory:\n- {{match: all, limit: {}}}\n"
     # At first there are none.
-    first = cli("apply", "-f", limited("20G", gpus), host=TWO).ok().out.strip().rpartition("undo: ")[2].split()
-    path = limited("8G")
-    planned = cli("apply", "-n", "-f", path, host=TWO).ok()
-    planned_undo = planned.err.strip().rpartition("undo: ")[2].splitlines()[0]
-    answer = cli("apply", "-f", path, host=TWO, output="json").ok()
-    assert answer.data["undo"] == planned_undo
-    undo = planned_undo.split()
-    assert undo[:3] == ["gpushare", "apply", "-f"]
-    cli(*undo[1:], host=TWO).ok()
-    kept = (World(TWO).directory / "var" / "applied.yaml").read_text()
-    assert "limit: 20G" in kept
+    first = two("apply", limited.format(gpus, "20G"), output="json").ok()
+    planned = two.apply(limited.format("", "8G"), "-n").err.strip().rpartition("undo: ")[2].splitlines()[0]
+    answer = two("apply", limited.format("", "8G"), output="json").ok()
+    assert answer.data["undo"] == planned
+    two.undo(answer)
+    assert "limit: 20G" in two.kept.read_text()
     # What is set up at boot is what was: GPU 0 is not left out.
-    assert ("timeslice: long" in kept) is bool(gpus)
-    cli(*first[1:], host=TWO).ok()
-    assert "memory" not in (World(TWO).directory / "var" / "applied.yaml").read_text()
-    assert World(TWO).state.gpus[0].time_slice == 0
+    assert ("timeslice: long" in two.kept.read_text()) is bool(gpus)
+    two.undo(first)
+    assert "memory" not in two.kept.read_text()
+    assert two.world.state.gpus[0].time_slice == 0
 
 
-def test_a_file_without_limits_ends_those_in_force(cli: Cli, write: Write) -> None:
-    cli("apply", "-f", write("version: 1\nmemory:\n- {match: all, limit: 20G}\n"), host=TWO).ok()
-    path = write("version: 1\ngpus:\n- {match: all, timeslice: default}\n")
+def test_a_file_without_limits_ends_those_in_force(two: Host) -> None:
+    two.apply("version: 1\nmemory:\n- {match: all, limit: 20G}\n")
+    text = "version: 1\ngpus:\n- {match: all, timeslice: default}\n"
     change = "memory: limit of each user: 20G -> none"
-    assert (
-        f"1. keep the file for the next boot, and put in force: {change}\n"
-        in cli("apply", "-n", "-f", path, host=TWO).ok().out
-    )
-    applied = cli("apply", "-f", path, host=TWO).ok()
-    assert f"{change}; undo: gpushare apply -f " in applied.out
-    assert "memory" not in cli("diff", "-f", path, host=TWO).ok().out
+    planned = two.apply(text, "-n").out
+    assert f"1. keep the file for the next boot, and put in force: {change}\n" in planned
+    assert f"{change}; undo: gpushare apply -f " in two.apply(text).out
+    assert "memory" not in two("diff", text).ok().out
 
 
 def test_the_first_entry_that_matches_a_user_counts() -> None:
@@ -1042,12 +1004,12 @@ def test_limits_outlive_a_user_who_is_gone(cli: Cli, world: World) -> None:
     assert kept_limits(world.host).others == 20 * GIB
 
 
-def test_a_file_that_names_what_is_not_here_changes_nothing(cli: Cli, write: Write) -> None:
+def test_a_file_that_names_what_is_not_here_changes_nothing(two: Host) -> None:
     """With all its faults at once: a GPU, a profile, a limit."""
     text = one("timeslice: long") + "- {match: {index: 1}, mig: [9g.80gb]}\n- {match: {index: 7}, timeslice: long}\n"
     for more in ((), ("-n",)):
-        answer = cli("apply", "-f", write(text), *more, host=TWO)
+        answer = two("apply", text, *more)
         assert answer.code not in {0, 7}
         assert "no MIG profile '9g.80gb'" in answer.err
         assert "this host has no GPU 7" in answer.err
-    assert cli("timeslice", "show", "-g", "0", host=TWO, output="json").ok().data["gpus"][0]["time_slice"] == "default"
+    assert two.world.state.gpus[0].time_slice == 0

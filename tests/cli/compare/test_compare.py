@@ -43,16 +43,6 @@ def test_all_of_it_on_a_host(cli):
         assert all(list(source) == ["key", "title", "where", "date"] for source in cell["sources"])
 
 
-@pytest.mark.parametrize(("host", "way", "row", "words"), [
-    ("sim:h200", "mps", "max_partitions", "48 clients (MPS 13000)"),
-    ("sim:a100-80gb", "mig", "reconfigure", "When idle, you are root; with a reset of the GPU; idle now"),
-    ("sim:a30", "mig", "max_partitions", "4 of 1g.6gb"),
-    ("sim:t4", "timeslice", "reconfigure", "Live, you are root: default, short, medium, long"),
-])  # fmt: skip
-def test_a_cell_of_this_host(cli, host, way, row, words):
-    assert words in cells(cli("compare", host=host, output="json").ok(), way)[row]["host"]
-
-
 def test_a_gpu_without_mig(cli):
     answer = cli("compare", "mig", host="sim:t4", output="json").ok()
     assert {cell["host"] for cell in answer.data["cells"]} == {None}

@@ -309,31 +309,26 @@ def test_mig_of_a_file(cli: Cli, write: Write) -> None:
     assert len([name for name in claims if re.match("gpu-0-[0-9a-f]{8}-mig-", name)]) == 2
 
 
-@pytest.mark.parametrize(("text", "code", "exit_code"), [
-    ("version: 1\ngpus: [{match: {index: 9}, exclusive: true}]\n", "unknown_gpu", 6),
-    ("version: 1\ngpus: [{match: all, shared: true}]\n", "bad_file", 2),
-    ("version: 1\ngpus: [{match: all, timeslice: long}]\n", "no_slice_length", 3),
-    ("version: 1\ngpus: [{match: all, mig: [1g.10gb]}]\n", "no_mig", 3),
+@pytest.mark.parametrize(("engine", "entry", "code", "exit_code", "said"), [
+    ("k8s", "match: {index: 9}, exclusive: true", "unknown_gpu", 6, "9"),
+    ("k8s", "match: all, shared: true", "bad_file", 2, "shared"),
+    ("k8s", "match: all, timeslice: long", "no_slice_length", 3, "gpushare export dra"),
+    ("k8s", "match: {index: 2}, mig: [1g.10gb]", "no_mig", 3, "no MIG"),
+    # What a GPU can never hold.
+    ("dra", "match: {index: 1}, mig: [3g.40gb*3]", "never_fits", 3, "3g.40gb*3 does not fit on GPU 1, even empty"),
+    ("dra", 'match: {index: 1}, mig: ["3g.40gb:0", "1g.10gb:1"]', "never_fits", 3, "on GPU 1"),
+    ("dra", "match: {index: 1}, mig: [1g.5gb]", "mig_profile_unknown", 3, ": GPU 1: this GPU has no MIG profile '1g.5gb'"),
+    ("dra", "match: {index: 1}, mig: [{wish: 1g.10gb, mps: {memory: 20G}}]", "limit_above_gpu", 2, "MIG 1g.10gb of GPU 1"),
+    ("dra", "match: {index: 1}, mps: {memory: 900G}", "limit_above_gpu", 2, "900.0 GiB is too large: GPU 1 has 79.6 GiB"),
 ])  # fmt: skip
-def test_a_file_that_is_refused(refused: Refused, write: Write, text: str, code: str, exit_code: int) -> None:
-    refused("export", "k8s", "-f", write(text), code=code, exit_code=exit_code, host=T4S)
-
-
-@pytest.mark.parametrize(("way", "code", "exit_code", "said"), [
-    ("mig: [3g.40gb*3]", "never_fits", 3, ":3:3: 3g.40gb*3 does not fit on GPU 1, even empty"),
-    ('mig: ["3g.40gb:0", "1g.10gb:1"]', "never_fits", 3, "on GPU 1"),
-    ("mig: [1g.5gb]", "mig_profile_unknown", 3, ":3:3: GPU 1: this GPU has no MIG profile '1g.5gb'"),
-    ("mig: [{wish: 1g.10gb, mps: {memory: 20G}}]", "limit_above_gpu", 2, "MIG 1g.10gb of GPU 1"),
-    ("mps: {memory: 900G}", "limit_above_gpu", 2, "900.0 GiB is too large: GPU 1 has 79.6 GiB"),
-])  # fmt: skip
-def test_what_a_gpu_can_never_hold_is_not_exported(
-    cli: Cli, refused: Refused, write: Write, way: str, code: str, exit_code: int, said: str
+def test_a_file_that_is_refused(
+    cli: Cli, refused: Refused, write: Write, engine: str, entry: str, code: str, exit_code: int, said: str
 ) -> None:
-    path = write(f"version: 1\ngpus:\n- match: {{index: 1}}\n  {way}\n")
-    assert said in refused("export", "dra", "-f", path, code=code, exit_code=exit_code, host="sim:2xh100")
+    path, host = write(f"version: 1\ngpus:\n- {{{entry}}}\n"), "sim:2xh100,t4"
+    assert said in refused("export", engine, "-f", path, code=code, exit_code=exit_code, host=host)
     # Only the GPUs that are exported must hold.
-    if "900G" in way:
-        cli("export", "slurm", "-f", path, "-g", "0", host="sim:2xh100").ok()
+    if "900G" in entry:
+        cli("export", "slurm", "-f", path, "-g", "0", host=host).ok()
 
 
 def test_a_file_that_is_applied_is_exported_as_the_host_is(cli: Cli, write: Write) -> None:
