@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -16,6 +15,8 @@ from gpushare.host.host import Host
 from gpushare.host.nvml import NvmlReader, cores_per_multiprocessor
 from gpushare.sim import admin, open_simulated
 from gpushare.snapshot import HostState
+from tests.cli.advise.asking import advised
+from tests.cli.drive import World
 
 # The sweep's, and what only advice asks: capability, cores, virtualisation.
 CALLS_PER_GPU = 12 + 3
@@ -59,18 +60,14 @@ def test_the_facts_of_the_host():
 
 
 def test_advice_on_a_few_processes_starts_no_program(cli, monkeypatch):
-    monkeypatch.setattr(HostState, "start_reading_levels", lambda _: pytest.fail("nvidia-smi"))
-    monkeypatch.setattr(HostState, "mps_version", property(lambda _: pytest.fail("nvidia-cuda-mps-control")))
-    assert (
-        cli("advise", "--processes", "4", "--memory", "8G", "--no-saturating", output="json").ok().data["winner"]
-        == "mps"
-    )
-
-
-def test_the_version_counts_where_more_processes_come(cli, monkeypatch):
     versions = []
     monkeypatch.setattr(HostState, "mps_version", property(lambda _: versions.append(1)))
-    cli("advise", "--processes", "50", "--memory", "1G", "--no-saturating", output="json").ok()
+    with monkeypatch.context() as patched:
+        patched.setattr(HostState, "start_reading_levels", lambda _: pytest.fail("nvidia-smi"))
+        assert advised(cli, "h200", "--processes 4 --memory 8G --no-saturating")["winner"] == "mps"
+    assert not versions
+    # The version counts where more processes come.
+    advised(cli, "h200", "--processes 50 --memory 1G --no-saturating")
     assert versions
 
 
@@ -91,11 +88,9 @@ def test_instances_are_in_the_layout(world):
 
 
 def test_a_lost_gpu_costs_itself_only():
-    connect("sim:2xh200")
-    admin.set_fault("sim:2xh200", "lost", "1", None)
+    World("sim:2xh200").fault("lost", gpu="1")
     first, lost = gather(connect("sim:2xh200")).gpus
-    assert first.multiprocessors == 132
-    assert "fell off the bus" in lost.error
+    assert (first.multiprocessors, "fell off the bus" in lost.error) == (132, True)
     assert (lost.index, lost.multiprocessors, lost.mig_capable, lost.processes) == (1, None, None, None)
 
 
@@ -116,12 +111,9 @@ def test_a_program_that_is_missing_costs_its_facts_only(world, program, field):
     assert facts.gpus[0].time_slice_settable is (None if field == "levels" else True)
 
 
-def test_another_pid_namespace_makes_nobody_unknown(world):
+def test_what_cannot_be_seen_is_unknown_and_without_a_driver_there_are_no_facts(world):
     world.fault("blind")
     assert gather(world.host).gpus[0].processes is None
-
-
-def test_without_a_driver_there_are_no_facts(world):
     world.fault("no-driver")
     with pytest.raises(DriverNotLoaded):
         gather(world.host)
@@ -155,11 +147,3 @@ def test_little_is_asked(spec):
 )  # fmt: skip
 def test_cores_of_one_multiprocessor(capability, cores):
     assert cores_per_multiprocessor(capability) == cores
-
-
-def test_a_board_without_vgpu_is_passed_through_whole(cli: Any) -> None:
-    verdicts = {}
-    for model in ("t4", "rtx4090"):
-        data = cli("advise", "--processes", "2", "--needs", "vms", host=f"sim:{model}", output="json").ok().data
-        verdicts[model] = data["winner"], next(row["outcome"] for row in data["verdicts"] if row["way"] == "vgpu")
-    assert verdicts == {"t4": ("vgpu", "fits with a condition"), "rtx4090": ("whole-gpu", "refused")}

@@ -88,13 +88,17 @@ def name(profile: str, *users: str) -> Step:
     return lambda cli, world, _: named(world, profile, users=users)
 
 
-def program(**options: Any) -> Step:
-    return lambda cli, world, _: admin.add_process(world.spec, **options)
+def program_without_a_daemon(cli: Cli, world: World, _: Path) -> None:
+    admin.add_process(world.spec, mps=True, environment={"CUDA_MPS_PIPE_DIRECTORY": "/run/nobody-listens"})
 
 
 def by_hand(world: World, pipe: str | Path, log: str | Path, **more: str) -> None:
     environment = {"CUDA_MPS_PIPE_DIRECTORY": str(pipe), "CUDA_MPS_LOG_DIRECTORY": str(log), **more}
     assert world.host.programs.run(["nvidia-cuda-mps-control", "-d"], env=environment).exit_code == 0
+
+
+def default_daemon(_: Cli, world: World, __: Path) -> None:
+    by_hand(world, "/tmp/nvidia-mps", "/var/log/nvidia-mps")
 
 
 def dead_default(_: Cli, world: World, __: Path) -> None:
@@ -188,6 +192,7 @@ def dead_daemon(_: Cli, world: World, __: Path) -> None:
     world.send(world.state.daemons[0].pid, signal.SIGKILL)
 
 
+TWO_LIMITS = {"CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": "0=4G,1=4G"}
 HOSTENGINE = "sim add --holder --name nv-hostengine"
 # What is found, and the steps to it.
 FAULTS: dict[str, tuple[Any, ...]] = {
@@ -206,25 +211,14 @@ FAULTS: dict[str, tuple[Any, ...]] = {
     "MPS programs of another driver": ({"mps.version"}, "sim fault mps-version 13020"),
     "dead daemon": ({"mps.stale"}, "mps start", dead_daemon),
     "daemon of somebody else": ({"mps.foreign"}, foreign),
-    "daemon at the default path": (
-        {"mps.default_path"},
-        lambda cli, world, _: by_hand(world, "/tmp/nvidia-mps", "/var/log/nvidia-mps"),
-    ),
+    "daemon at the default path": ({"mps.default_path"}, default_daemon),
     "dead daemon at the default path": ({"mps.default_stale"}, "doctor", dead_default),
     "two daemons": ({"mps.foreign", "mps.several"}, "mps start", foreign),
     "daemon without its device": ({"mps.device"}, gone_device),
     "client of another user waits": ({"mps.pending"}, "mps start", client(), client(NOBODY)),
     "program outside MPS": ({"mps.outside"}, "mps start", client(), "sim add --name stranger"),
-    "program that found no daemon": (
-        {"mps.environment"},
-        "doctor",
-        program(mps=True, environment={"CUDA_MPS_PIPE_DIRECTORY": "/run/nobody-listens"}),
-    ),
-    "memory limits dropped": (
-        {"mps.limits_dropped"},
-        "mps start --memory 8G",
-        client(CUDA_MPS_PINNED_DEVICE_MEM_LIMIT="0=4G,1=4G"),
-    ),
+    "program that found no daemon": ({"mps.environment"}, "doctor", program_without_a_daemon),
+    "memory limits dropped": ({"mps.limits_dropped"}, "mps start --memory 8G", client(**TWO_LIMITS)),
     "many connections": ({"mps.connections"}, "mps start", client(CUDA_DEVICE_MAX_CONNECTIONS="8")),
     "thread percentage ignored": ({"mps.foreign", "mps.threads_ignored"}, ignored_percentage),
     "little shared memory": ({"mps.shm"}, "sim fault shm 64M"),
