@@ -49,18 +49,9 @@ H200 = "sim:h200"
 CRASHED = 137
 # The commands that may ask.
 ASKING = (
-    ("apply",),
-    ("move",),
-    ("pause",),
-    ("reserve",),
+    *(("apply",), ("move",), ("pause",), ("reserve",), ("mps", "stop"), ("sim", "reset"), ("stop",)),
     *(("mig", verb) for verb in ("apply", "destroy", "disable", "enable", "name", "revoke")),
-    ("mps", "stop"),
-    ("sim", "reset"),
-    ("stop",),
-    ("swap", "out"),
-    ("swap", "in"),
-    ("timeslice", "set"),
-    ("timeslice", "reset"),
+    *(("swap", "out"), ("swap", "in"), ("timeslice", "set"), ("timeslice", "reset")),
 )
 # (profile, start, ((slices, start), ...)), by place.
 Instances = tuple[tuple[str, int, tuple[tuple[int, int], ...]], ...]

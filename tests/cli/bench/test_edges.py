@@ -25,12 +25,14 @@ def earlier(cli: Cli, tmp_path: Path) -> Path:
     return file
 
 
-def test_what_counts_something_else_is_refused_before_anything_runs(
+def test_what_cannot_be_compared_is_refused_before_anything_runs(
     refused: Refused, earlier: Path, tmp_path: Path
 ) -> None:
     ran = tmp_path / "ran"
-    words = ("--compare", str(earlier), "--copies", "2", "--ways", "timeslice,mps", "--", "touch", str(ran))
-    assert "--metric" in refused("bench", *words, code="other_metric", exit_code=2)
+    words = ("bench", "--compare", str(earlier), "--copies", "2", "--ways", "timeslice,mps")
+    assert "--metric" in refused(*words, "--", "touch", str(ran), code="other_metric", exit_code=2)
+    earlier.write_text(json.dumps({**json.loads(earlier.read_text()), "command": 5}))
+    refused(*words, "--metric", "rate=(.+)", "--", "touch", str(ran), code="not_a_bench", exit_code=2)
     assert not ran.exists()
 
 
@@ -42,11 +44,6 @@ def test_another_gpu_and_command_are_told_of(cli: Cli, earlier: Path) -> None:
     assert "ran on another device: NVIDIA H200" in other.err
     assert "ran with another command: echo rate=2" in other.err
     assert "faster" in other.out
-
-
-def test_a_damaged_file_is_refused_before_anything_runs(refused: Refused, earlier: Path) -> None:
-    earlier.write_text(json.dumps({**json.loads(earlier.read_text()), "command": 5}))
-    refused("bench", *WAYS, "--compare", str(earlier), "--", "echo", "rate=2", code="not_a_bench", exit_code=2)
 
 
 def test_a_file_that_cannot_be_written_after_all_costs_no_figures(
