@@ -275,7 +275,8 @@ def test_a_file_says_the_same_as_flags(cli: Cli, refused: Refused, write: Write)
         ("{memory: [20G, 10G], users: same, saturating: no}", "l40s", "--memory 20G,10G"),
         ("{memory: '20G,10G', users: same, saturating: no}", "l40s", "--memory 20G,10G"),
     ):
-        by_file = advised(cli, host, "-f", write(f"workloads:\n- {text}\n"))
+        # One workload needs no list.
+        by_file = advised(cli, host, "-f", write(text if "[" in text else f"workloads:\n- {text}\n"))
         assert by_file == advised(cli, host, f"{flags} --users same --no-saturating")
     for text, words, code in (
         ("{memory: [20G, 10G], processes: 3}", (), "bad_count"),
@@ -383,6 +384,9 @@ def test_nothing_is_asked_when_it_is_not_wanted(monkeypatch: pytest.MonkeyPatch,
 def test_what_is_known_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     _, asked = on_a_terminal(monkeypatch, "", "--processes", "1", "--no-code", "--saturating")
     assert "belong to the same user" not in asked
+    # An empty answer leaves a question open.
+    _, asked = on_a_terminal(monkeypatch, "\n" * 9, "--processes", "4", "--memory", "2G")
+    assert asked.count("same user?") == 1
     # The end of the input ends the line of the question.
     _, asked = on_a_terminal(monkeypatch, "", "--processes", "4")
     assert asked.rstrip(" ").endswith("unknown] \n")
