@@ -179,36 +179,17 @@ def test_wrong_usage(refused: Refused, cli: Cli, words: str, command: str) -> No
     assert cli(*words.split(), output="json").json["command"] == command
 
 
-@pytest.mark.parametrize(
-    ("words", "meant"),
-    [
-        ("stats", "status"),
-        ("mps strat", "start"),
-        ("timeslce show", "timeslice"),
-        ("list", "status"),
-        ("ps", "jobs"),
-        ("queue", "jobs"),
-        ("kill 0", "stop"),
-        ("delete 0", "mig destroy"),
-        ("kubernetes", "export k8s"),
-        ("export kubernetes", "k8s"),
-        ("mig delete", "destroy"),
-        ("status --json", "-o json"),
-        ("--json status", "-o json"),
-        ("status --wach 1", "--watch"),
-        ("mps start --mem 4G", "--memory"),
-        ("mps start --sm 50", "--threads"),
-        ("mps start --percent=50", "--threads"),
-        ("mps start --limit 4G", "--threads' or '--memory"),
-        ("advise --sm 50", "--sms"),
-        # What nothing is like gets no suggestion.
-        ("frobnicate", None),
-        ("status --yen", None),
-        ("mps start --yes-please", None),
-        ("mps stop --hell", None),
-        ("status --debut", None),
-    ],
-)
+@pytest.mark.parametrize(("words", "meant"), [
+    ("stats", "status"), ("mps strat", "start"), ("timeslce show", "timeslice"), ("list", "status"), ("ps", "jobs"),
+    ("queue", "jobs"), ("kill 0", "stop"), ("delete 0", "mig destroy"), ("kubernetes", "export k8s"),
+    ("export kubernetes", "k8s"), ("mig delete", "destroy"), ("status --json", "-o json"), ("--json status", "-o json"),
+    ("status --wach 1", "--watch"), ("mps start --mem 4G", "--memory"), ("mps start --sm 50", "--threads"),
+    ("mps start --percent=50", "--threads"), ("mps start --limit 4G", "--threads' or '--memory"),
+    ("advise --sm 50", "--sms"),
+    # What nothing is like gets no suggestion.
+    ("frobnicate", None), ("status --yen", None), ("mps start --yes-please", None), ("mps stop --hell", None),
+    ("status --debut", None),
+])  # fmt: skip
 def test_an_unknown_word_says_what_was_meant(refused: Refused, words: str, meant: str | None) -> None:
     said = refused(*words.split(), code="usage", exit_code=2).lower()
     assert f"did you mean '{meant}'?" in said if meant else "did you mean" not in said

@@ -1,7 +1,5 @@
 """A signal that is ignored when gpushare starts stays ignored, in the program too; and a terminal that is gone hinders nothing."""
 
-# ruff: noqa: F811
-
 from __future__ import annotations
 
 import functools

@@ -30,17 +30,10 @@ def left(world: World, room: str, name: str) -> Path:
     return path
 
 
-@pytest.mark.parametrize(
-    ("where", "words", "code"),
-    [
-        (LEVEL, ("timeslice", "reset"), 0),
-        (LEVEL, ("timeslice", "set", "default"), 0),
-        (MODE, ("timeslice", "reset"), 0),
-        (NAMES, ("timeslice", "reset"), 0),
-        (DAEMON, ("mps", "stop"), 6),
-        (DAEMON, ("mps", "stop", "-g", "0"), 6),
-    ],
-)
+@pytest.mark.parametrize(("where", "words", "code"), [
+    (LEVEL, ("timeslice", "reset"), 0), (LEVEL, ("timeslice", "set", "default"), 0), (MODE, ("timeslice", "reset"), 0),
+    (NAMES, ("timeslice", "reset"), 0), (DAEMON, ("mps", "stop"), 6), (DAEMON, ("mps", "stop", "-g", "0"), 6),
+])  # fmt: skip
 def test_a_leftover_is_always_removed(cli: Cli, world: World, where: tuple[str, str], words: Words, code: int) -> None:
     path = left(world, *where)
     assert cli(*words, "--dry-run").code == code

@@ -156,18 +156,10 @@ def test_apply_sets_up_and_names_what_comes_then(cli: Cli) -> None:
         assert "gpushare farm -g 0 --copies 4 --parallel 4 --memory 3328M -- CMD" in said
 
 
-@pytest.mark.parametrize(
-    ("words", "answer", "then", "never"),
-    [
-        ("cuda-graphs", "", "gpushare bench -g 0 --copies 1,2", "then, run"),
-        (
-            None,
-            "whole GPU, or a queue",
-            "gpushare run -g 0 --slice 2ms --wait --memory 90% --over warn -- CMD",
-            "bench",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("words", "answer", "then", "never"), [
+    ("cuda-graphs", "", "gpushare bench -g 0 --copies 1,2", "then, run"),
+    (None, "whole GPU, or a queue", "gpushare run -g 0 --slice 2ms --wait --memory 90% --over warn -- CMD", "bench"),
+])  # fmt: skip
 def test_apply_of_what_needs_no_setup(cli: Cli, words: str | None, answer: str, then: str, never: str) -> None:
     more = ("--needs", words) if words else ("--saturating",)
     done = cli("advise", "--processes", "2", "--users", "same", *more, "--apply").ok()
