@@ -470,9 +470,7 @@ class RecordedJob(Part):
         # A full disk must not end the job.
         with contextlib.suppress(GpushareError):
             previous = self.record
-            # In another PID namespace, NVML's PIDs are those of other processes.
-            is_blind = self.host.processes.namespace_is_host() is False
-            listed = () if is_blind else processes_on(self.host, self.device.gpu.index) or ()
+            listed = processes_on(self.host, self.device.gpu.index) or ()
             held = memory_held(process for process in listed if process.pid in self._seen)
             if held is not None:
                 self._peak_bytes = max(held, self._peak_bytes)
@@ -565,7 +563,7 @@ def running_records(host: Host) -> list[JobRecord]:
 
 
 def running_record(host: Host, text: str) -> JobRecord | None:
-    """Return the running job with this name, or with this PID: that of its program or of its gpushare.
+    """Return the running job with this name, or with this PID: that of its program or, if it is of none, of its gpushare.
 
     This user's own goes before root's, and to root that before those of other users.
 
@@ -589,7 +587,9 @@ def running_record(host: Host, text: str) -> JobRecord | None:
     of_this_user = [record for record in meant if record.keeper_uid is None]
     of_root = [record for record in meant if record.keeper_uid == 0]
     nearest = of_this_user or of_root or meant
-    return only_job(text, nearest, [record.pid for record in nearest])
+    # The gpushare of a job may itself be the program of another one, whose processes it and its job are.
+    programs = [record for record in nearest if record.pid == pid]
+    return only_job(text, programs or nearest, [record.pid for record in nearest])
 
 
 def only_job(text: str, jobs: Sequence[J], pids: Sequence[int]) -> J | None:

@@ -67,6 +67,9 @@ def test_a_pid_is_no_other_process_of_that_number(host: Host) -> None:
     assert find_job(host, str(innocent)).pid == innocent
     write_record(host, record(host, job, supervisor=process))
     assert find_job(host, str(innocent)).pid == job
+    # One whose program is a gpushare that runs another job.
+    write_record(host, record(host, innocent, "outer"))
+    assert find_job(host, str(innocent)).name == "outer"
 
 
 @pytest.mark.parametrize("text", ["nobody", "999999", "0", "00", "9" * 30, "9" * 5000, "0" * 5000, "4294967297"])
