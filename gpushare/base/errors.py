@@ -203,6 +203,15 @@ def or_none(read: Callable[[], T]) -> T | None:
         return None
 
 
+# Errors of the child process that asks the driver: it did a part that could not be undone, or what it did is not known.
+_MAY_BE_DONE: Final = frozenset({"half_done", "helper_ended", "helper_failed"})
+
+
+def may_be_done(error: GpushareError) -> bool:
+    """Return whether a call of the driver that failed so may have changed something all the same."""
+    return isinstance(error, TimedOut) or error.code in _MAY_BE_DONE
+
+
 def error_of(act: Callable[[], object]) -> GpushareError | None:
     """Return the error that ``act`` raises, or None."""
     try:

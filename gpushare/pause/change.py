@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Final
 
-from gpushare.base.errors import GpushareError, InUse, NoPermission, NotFound, NotSupported, TimedOut, error_of
+from gpushare.base.errors import GpushareError, InUse, NoPermission, NotFound, NotSupported, error_of, may_be_done
 from gpushare.base.units import counted, pid_of, quoted
 from gpushare.host.capabilities import user_name
 from gpushare.host.channels import ChannelControl, Channels
@@ -66,8 +66,7 @@ class ChannelsOff:
             with ending_signals_held():
                 self.seconds += self.control.disable(channels)
         except GpushareError as error:
-            may_be_off = isinstance(error, TimedOut) or error.code == "half_done"
-            if not may_be_off:
+            if not may_be_done(error):
                 del self.off[channels.pid]
                 if off_before is not None:
                     self.off[channels.pid] = off_before

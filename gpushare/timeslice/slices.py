@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Final, NamedTuple, TypeAlias, TypeVar
 
-from gpushare.base.errors import BadUsage, GpushareError, NoPermission, NotFound, NotSupported, TimedOut
+from gpushare.base.errors import BadUsage, GpushareError, NoPermission, NotFound, NotSupported, TimedOut, may_be_done
 from gpushare.base.typed import Count, JobName, Pid, Within
 from gpushare.base.units import format_slice
 from gpushare.base.values import dataclass
@@ -225,8 +225,8 @@ def record_put_back_on_failure(host: Host, channels: Channels) -> Iterator[None]
     try:
         yield
     except GpushareError as error:
-        # After a timeout, or halfway, the slice may have been set, and the new record is needed.
-        if not isinstance(error, TimedOut) and error.code != "half_done":
+        # Where the slice may have been set, the new record is needed.
+        if not may_be_done(error):
             with contextlib.suppress(GpushareError):
                 put_record_back(host, channels.pid, record)
         raise

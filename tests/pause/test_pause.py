@@ -152,8 +152,9 @@ def test_what_is_half_done_is_taken_back(job: Paused, kind: type[GpushareError])
     assert NoGuard.last.said[-1] == "leave"
 
 
-def test_what_the_driver_left_off_halfway_is_put_back(job: Paused) -> None:
-    half_done = OperationFailed("half of it is off", "see", code="half_done")
+@pytest.mark.parametrize("code", ["half_done", "helper_ended", "helper_failed"])
+def test_what_may_have_been_left_off_halfway_is_put_back(job: Paused, code: str) -> None:
+    half_done = OperationFailed("half of it is off", "see", code=code)
     job.control.fails["disable", job.pids[1]] = half_done
     with pytest.raises(OperationFailed, match=r"(?m)^half of it is off$"):
         job.pause()

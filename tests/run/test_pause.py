@@ -15,7 +15,7 @@ import pytest
 
 from gpushare.base.errors import OperationFailed
 from gpushare.base.selection import Device
-from gpushare.host.channels import DISABLE_CHANNELS
+from gpushare.host.channels import DISABLE_CHANNELS, Channels
 from gpushare.host.host import Host
 from gpushare.host.identity import Identity
 from gpushare.pause.record import paused_jobs, write
@@ -157,6 +157,26 @@ def test_what_is_off_is_put_back_if_the_driver_refuses_channels_made_since(
     assert pauser.off.keys() == {pid}
     assert not pauser.enable()
     assert World(H200).process(pid).channels_off == []
+
+
+def test_what_may_be_off_is_put_back_if_the_process_that_asked_the_driver_was_killed(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pid = add_process(H200)
+    channels = ChannelPauser(host, os.getpid())
+    pauser = Pauser(host, (0,), os.getpid(), channels)
+    channels.find([pid])
+    disable = channels.control.disable
+
+    def killed(known: Channels) -> float:
+        disable(known)
+        raise OperationFailed("it ended", "run it again", code="helper_ended")
+
+    monkeypatch.setattr(channels.control, "disable", killed)
+    monkeypatch.setattr(pauser, "_stop_all", lambda: None)
+    pauser.pause()
+    assert World(H200).process(pid).channels_off == []
+    assert not paused_jobs(host)
 
 
 def test_what_the_driver_does_not_put_back_is_told_and_can_be_resumed_later() -> None:

@@ -546,8 +546,8 @@ def test_what_a_killed_keep_left_is_not_forgotten_while_no_gpu_lists_it(
     assert desk.slice(pid) == DEFAULT
 
 
-@pytest.mark.parametrize("code", ["driver_failed", "half_done"])
-def test_a_slice_that_was_refused_is_not_written_down_unless_a_part_of_it_is_set(
+@pytest.mark.parametrize("code", ["driver_failed", "half_done", "helper_ended"])
+def test_a_slice_that_was_refused_is_not_written_down_unless_a_part_of_it_may_be_set(
     desk: Desk, monkeypatch: pytest.MonkeyPatch, pid: int, code: str
 ) -> None:
     def refused(*_: Any) -> None:
@@ -555,5 +555,5 @@ def test_a_slice_that_was_refused_is_not_written_down_unless_a_part_of_it_is_set
 
     monkeypatch.setattr(ChannelControl, "set_slice", refused)
     assert [line for line in desk.look() if "skipped" in line]
-    assert set(slice_records(desk.host)) == ({pid} if code == "half_done" else set())
+    assert set(slice_records(desk.host)) == (set() if code == "driver_failed" else {pid})
     assert desk.slice(pid) == DEFAULT
