@@ -312,8 +312,9 @@ class MigChanges:
         # "May unbind or reset the device": older handles must not be used.
         self._nvml.restart()
         if status:
-            # The activationStatus, an nvmlReturn_t: the call may succeed and the change fail.
-            text = self._nvml.demand(lambda nvml: str(nvml.NVMLError(int(status))))
+            # The activationStatus, an nvmlReturn_t: the call may succeed and the change fail. The library's own text: the
+            # bindings call a reset a restart.
+            text = self._nvml.demand(lambda nvml: str(nvml.nvmlErrorString(int(status))))
             raise type(nvml_error(int(status), text))(
                 f"GPU {index}: MIG {on_or_off(enabled)} is only pending: {text}",
                 _pending_hint(index, enabled=enabled, in_use=int(status) == IN_USE),

@@ -103,7 +103,9 @@ class RunReport:
     def ended(self, drain: Drain) -> None:
         """Say for how long the GPU worked off what a stopped program had queued, and why that was over."""
         how = {"idle": "the GPU was idle", "fall": "the GPU's activity fell"}.get(drain.by, "after the full time limit")
-        self.news(f"the program was stopped, its queue drained for {drain.seconds:.2f} s ({how}), and killed")
+        self.news(
+            f"the program was stopped, its queue drained for {drain.seconds:.2f} s ({how}), and the program was killed"
+        )
 
     def trouble(self, text: str) -> None:
         """Say that something is not as it was asked for, even with --quiet."""

@@ -113,6 +113,8 @@ def test_nvml_says_what_the_library_says() -> None:
     ("RuntimeError: CUDA error: out of memory", ["CUDA error 2"]),
     ("all CUDA-capable devices are busy or unavailable", ["CUDA error 46"]),
     ("MPS client failed to connect", ["CUDA error 805"]),
+    ("GPU requires restart", ["NVML return code 16"]),
+    ("pynvml.NVMLError: RM has detected an NVML/RM version mismatch.", ["NVML return code 18"]),
     ("Server encountered a fatal exception. Shutting down", ["MPS log line"]), ("Hyper-Q", ["concept"]),
     ("Xid 31", ["Xid 31"]), ("xid 79", ["Xid 79"]), ("143", ["exit code 143", "Xid 143"]),
     ("exit code 143", ["exit code 143"]), ("exit code 19", ["exit code 19"]), ("exit status 137", ["exit code 137"]),

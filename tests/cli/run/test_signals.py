@@ -62,7 +62,7 @@ def test_a_program_with_a_handler_ends_itself(real: Real, world: World, number: 
     answer = started.end(number)
     # Its own signal if it handles it, else the one that it does.
     assert (answer.code, answer.out) == (5, f"got {int(handled)}\n")
-    assert "and killed" not in answer.err
+    assert "was killed" not in answer.err
     gone(world)
 
 
@@ -75,7 +75,7 @@ def test_the_grace_of_a_program(real: Real, world: World) -> None:
     # It ignores its signal.
     started = real("run", "--grace", "0.3s", "--", *program(signal.SIGINT, then="pass"))
     ready(started)
-    assert "and killed" in started.end().ends(130).err
+    assert "and the program was killed" in started.end().ends(130).err
     gone(world)
     # A second Ctrl-C hurries.
     started = real("run", "--grace", "600s", "--", *program(signal.SIGINT, then="pass"))
