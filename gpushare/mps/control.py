@@ -532,12 +532,13 @@ def start_argv(*, foreground: bool = False, multiuser: bool = False) -> list[str
 def start_environment(uuid: str, pipe_directory: str, log_directory: str) -> Mapping[str, str | None]:
     """Return the daemon's environment: one device by UUID, private directories.
 
-    The caller's own MPS variables are removed: the daemon would take them as its defaults.
+    The caller's own MPS variables are removed: the daemon would take them as its defaults. So are those by which GitHub's
+    runner and Jenkins find what a job has left, to kill it: the daemon serves the jobs of other pipelines too.
     """
     return {
         "CUDA_VISIBLE_DEVICES": uuid,
         "CUDA_MPS_PIPE_DIRECTORY": pipe_directory,
         "CUDA_MPS_LOG_DIRECTORY": log_directory,
-        **dict.fromkeys(VARIABLES),
+        **dict.fromkeys((*VARIABLES, "RUNNER_TRACKING_ID", "JENKINS_NODE_COOKIE", "BUILD_ID")),
         "CUDA_MPS_ENABLE_PER_CTX_DEVICE_MULTIPROCESSOR_PARTITIONING": None,
     }

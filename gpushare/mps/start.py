@@ -29,7 +29,7 @@ from gpushare.mps.home import (
     set_pipe_users,
     unit_at,
 )
-from gpushare.mps.limits import Limits, check_memory, in_force_title
+from gpushare.mps.limits import VOLTA, Limits, check_memory, in_force_title
 from gpushare.mps.stop import clients_of, end_daemon
 from gpushare.plan import Plan, Step
 
@@ -65,7 +65,7 @@ def plan_start(
     start = _Start(host, device, home, limits, transient=transient, users=users)
     # After the record was read: a record that another start writes from now on is not taken for an interrupted start.
     _refuse_second_daemon(host, device, find_daemons(host, [device.gpu], deep=False))
-    notes = _outside_notes(host, device)
+    notes = [*limits_ignored(host, device, limits), *_outside_notes(host, device)]
     if users is not None:
         notes.append(
             "the programs of all users share one server, which runs as root: the fault of one ends the work of all, and its "
@@ -389,6 +389,17 @@ def foreign_errors(host: Host, devices: Sequence[Device]) -> list[InUse | None]:
         if device.uuid in own
         else next(filter(None, (_foreign_error(host, device, item) for item in daemons)), None)
         for device in devices
+    ]
+
+
+def limits_ignored(host: Host, device: Device, limits: Limits) -> list[str]:
+    """Return what to say of limits that MPS does not have on this GPU: it has them from Volta on (NVIDIA's MPS guide)."""
+    capability = host.nvml.compute_capability(device.gpu.index)
+    limited = limits.threads_percent is not None or limits.memory_limit_bytes is not None
+    if not limited or capability is None or capability >= VOLTA:
+        return []
+    return [
+        f"{device.title} is older than Volta: MPS ignores limits of threads and memory there, and its clients share one address space"
     ]
 
 

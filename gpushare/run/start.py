@@ -31,7 +31,7 @@ from gpushare.memory.room import RoomAnswer
 from gpushare.memory.swap import check_host
 from gpushare.mps.daemons import check_mode
 from gpushare.mps.limits import Limits, check_memory
-from gpushare.mps.start import foreign_errors
+from gpushare.mps.start import foreign_errors, limits_ignored
 from gpushare.part import Part, Watch
 from gpushare.plan import Plan
 from gpushare.run.container import Container
@@ -155,6 +155,9 @@ class JobStart:
 
         ``parts`` are those of its way of sharing; those that any job may have are added here.
         """
+        if isinstance(share, MpsShare):
+            for text in limits_ignored(self.host, share.device, share.limits):
+                self.say(text)
         job = self._recorded_job(share, options, slice_us)
         all_parts: list[Part] = [job, *options.parts, *parts]
         command = self.command

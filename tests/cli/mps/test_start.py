@@ -63,6 +63,14 @@ def test_limits_per_gpu(cli: Cli) -> None:
     assert limits == [(0, 4 * GIB, 100.0), (1, 8 * GIB, 50.0)]
 
 
+@pytest.mark.parametrize(("spec", "ignored"), [("sim:p100", True), ("sim:v100", False)])
+def test_limits_before_volta_are_said_to_be_ignored(cli: Cli, spec: str, ignored: bool) -> None:
+    text = "GPU 0 is older than Volta: MPS ignores limits of threads and memory there"
+    for limits in (("--threads", "50"), ("--memory", "4G"), ()):
+        for words in (("mps", "start", *limits, "-n"), ("run", *limits, "--", "true")):
+            assert (text in cli(*words, host=spec).ok().err) == (ignored and limits != ()), words
+
+
 def test_dry_run_needs_no_root_and_changes_nothing(cli: Cli, world: World) -> None:
     world.fault("user", "1000")
     before = same(world.spec)
