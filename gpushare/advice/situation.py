@@ -171,7 +171,7 @@ def equal_limit(usable: int, processes: int) -> int | None:
 
 @dataclass(frozen=True, kw_only=True)
 class LeavingCost:
-    """What it costs that jobs leave the GPU, for the largest of them, and the source of the figures.
+    """The cost of moving jobs off the GPU, for the largest of them, and the source of the figures.
 
     Times are rounded to a tenth of a second. ``turn_seconds`` is None if there are no turns.
     """

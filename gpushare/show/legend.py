@@ -21,7 +21,7 @@ HEADS: Final = {
     "PCI bus id": "Where the GPU is plugged in; -g takes it.",
     "UUID": "The id of the GPU or MIG device; CUDA_VISIBLE_DEVICES and -g take it.",
     "GI": "The number of the GPU instance: a part of the GPU with memory and SMs of its own.",
-    "CI": "The number of the compute instance: the SMs of a GPU instance that one program uses.",
+    "CI": "The number of the compute instance: a set of SMs of a GPU instance, usually all of them.",
     "profile": "The size of an instance: 1g.10gb has one compute slice and 10 GB.",
     "SMs": "Streaming multiprocessors: the cores that run kernels.",
     "pid": "The process id.",
