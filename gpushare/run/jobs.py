@@ -108,6 +108,8 @@ class JobRecord(Kept):
     threads_percent: Percent | None = None
     memory_bytes: Count | None = None
     slice_us: Count | None = None
+    # It is a farm, which names gpushare itself while its copies run.
+    farm: bool = False
     # Its program runs, and waits until the MPS server serves no other user.
     waits: bool = False
     # How long its program may take to end after the signal (seconds).
@@ -321,7 +323,7 @@ def _unseen_end(host: Host, record: JobRecord) -> PastJob | None:
     began = None if record.since is None else wall_time(record.since)
     past = _past_of(host, record, titles(devices_of_record) if devices_of_record else "-", began)
     # Until its program runs, the record names gpushare itself.
-    return replace(past, started=record.pid != supervisor.pid)
+    return replace(past, started=record.farm or record.pid != supervisor.pid)
 
 
 def _past_of(host: Host, record: JobRecord, device: str, began: float | None) -> PastJob:
@@ -528,7 +530,8 @@ def farm_job(
     Raises InUse: a job of this name runs or waits (code ``name_in_use``).
     """
     check_not_waiting(host, name)
-    job = RecordedJob(host, device, replace(new_record(name, [device], command), mps=mps), command[0])
+    record = replace(new_record(name, [device], command), mps=mps, farm=True)
+    job = RecordedJob(host, device, record, command[0])
     job.open()
     began = time.time()
     code = None

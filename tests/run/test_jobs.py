@@ -175,6 +175,20 @@ def test_copies_have_a_name_while_gpushare_runs_them(host: Host) -> None:
         assert {named.name for named in jobs.records(host)} == {"other", "train.py-1"}
 
 
+@pytest.mark.parametrize("is_farm", [True, False])
+def test_what_a_killed_gpushare_had_started_counts_as_started(host: Host, *, is_farm: bool) -> None:
+    """Before its program runs, the record of a job names gpushare itself; that of a farm always does."""
+    device = select_one("0", [host.nvml.gpu(index) for index in range(host.nvml.count())])
+    with farm_job(host, device, "farm", ["train"]):
+        running = find_record(host, "farm")
+    assert running is not None
+    killed = Identity(4194303, 1)
+    write_record(host, replace(running, **killed._asdict(), supervisor=killed, farm=is_farm))
+    past = jobs.last_past(host, "farm")
+    assert past is not None
+    assert (past.started, past.exit_code) == (is_farm, None)
+
+
 def test_root_is_asked_for_other_users_processes_of_a_service_of_its_own(host: Host) -> None:
     service = find_job(host, str(admin.add_process(SPEC, user="0")))
     others = [admin.add_process(SPEC, user="4242"), admin.add_process(SPEC, user="4242")]
