@@ -22,7 +22,7 @@ from gpushare.host.process import signal_all, starts_of
 from gpushare.host.slice_lock import probed_channels
 from gpushare.pause.change import ChannelsOff, channel_names
 from gpushare.pause.record import PAUSED, PAUSES, RUNNING, paused_job, processes_paused_by_root, write
-from gpushare.run.jobs import find_job
+from gpushare.run.jobs import job_names, job_of
 
 # How often a pause checks that all of the program is paused.
 _KEEP_SECONDS: Final = 0.5
@@ -181,6 +181,7 @@ class ChannelPauser(ChannelsOff):
         super().__init__(host)
         self._pid = pid
         self._has_record = False
+        self._name: str | None = None
         # What was found, by PID.
         self.known: dict[int, Channels] = {}
 
@@ -261,11 +262,12 @@ class ChannelPauser(ChannelsOff):
 
     def _write_record(self, state: str, new: Iterable[Channels] = ()) -> None:
         """Write the record of the pause, from which another gpushare can put back the known channels and ``new`` ones."""
-        try:
-            job = find_job(self._host, str(self._pid))
-        except NotFound:
-            # The program has ended.
+        program = self._host.processes.identity(self._pid)
+        if program is None:
             return
+        # The records of all jobs are read for it: once, as production may work and rest many times a second.
+        self._name = self._name or job_names(self._host, [self._pid]).get(self._pid)
+        job = job_of(self._host, program, self._name)
         # By PID, so that new channels replace what is known. What is off stays in the record until it is on.
         by_pid = {each.pid: each for each in (*self.known.values(), *self.off.values(), *new)}
         gpushare = self._host.processes.identity(os.getpid())

@@ -17,9 +17,11 @@ from gpushare.base.errors import OperationFailed
 from gpushare.base.selection import Device
 from gpushare.host.channels import DISABLE_CHANNELS, Channels
 from gpushare.host.host import Host
-from gpushare.host.identity import Identity
+from gpushare.host.identity import Identity, start_of
 from gpushare.pause.record import paused_jobs, write
+from gpushare.run import jobs as jobs_module
 from gpushare.run import production as module
+from gpushare.run.jobs import PLAIN, JobRecord, is_running, write_record
 from gpushare.run.pause import ChannelPauser, Pauser
 from gpushare.run.plain import PlainShare
 from gpushare.run.production import Activity
@@ -137,6 +139,32 @@ def test_a_process_that_ended_before_its_channels_went_off_is_no_longer_known(ho
     assert pauser.known.keys() == pauser.off.keys() == {pids[1]}
     pauser.enable()
     assert not pauser.off
+
+
+def test_the_name_of_a_job_that_is_paused_again_and_again_is_looked_up_once(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program, inner = (
+        Identity(pid, start_of(host.processes.identity(pid)) or 0) for pid in (add_process(H200), add_process(H200))
+    )
+    job = JobRecord(name="outer", pid=program.pid, started=program.started, devices=("GPU-a",), role=PLAIN)
+    write_record(host, job)
+    # The program is a gpushare that runs another job.
+    write_record(host, replace(job, name="inner", **inner._asdict(), supervisor=program))
+    read: list[str] = []
+
+    def runs(of: Host, record: JobRecord) -> bool:
+        read.append(record.name)
+        return is_running(of, record)
+
+    monkeypatch.setattr(jobs_module, "is_running", runs)
+    pauser = ChannelPauser(host, program.pid)
+    pauser.find([program.pid])
+    for _ in range(3):
+        pauser.disable()
+        assert [(job.name, job.pid, job.is_paused(host)) for job in paused_jobs(host)] == [("outer", program.pid, True)]
+        pauser.enable()
+    assert sorted(read) == ["inner", "outer"]
 
 
 def test_what_is_off_is_put_back_if_the_driver_refuses_channels_made_since(
