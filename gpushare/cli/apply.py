@@ -297,10 +297,12 @@ def _notes_if_kept(host: Host, wanted: HostFile, matched: Matched) -> list[str]:
         fix = f"for one file with all: {sudo}gpushare capture > gpushare.yaml; {sudo}gpushare apply -f gpushare.yaml"
         notes.append(f"only this file is applied at boot, and {which}; {fix}")
     if wanted.rules:
+        # The unit follows the file that root applied.
+        whose = "" if host.root else " for your own processes"
+        unit = "; as a unit: sudo gpushare export systemd --to units; sh units/apply.sh; sudo systemctl reload "
         notes.append(
-            "the rules for time-slices are followed by gpushare timeslice keep, which reads the file at its start and at "
-            "SIGHUP; as a unit: sudo gpushare export systemd --to units; sh units/apply.sh; "
-            f"sudo systemctl reload {KEEP_UNIT}"
+            f"the rules for time-slices are followed{whose} by gpushare timeslice keep, which reads the file at its start "
+            f"and at SIGHUP{f'{unit}{KEEP_UNIT}' if host.root else ''}"
         )
     if not host.root and changed_limits(host, wanted):
         notes.append("limits of users (memory, reserve) come into force only when root applies the file")

@@ -23,6 +23,7 @@ _AT_BOOT: Final = (
     "to restore it at every boot: sudo gpushare capture > gpushare.yaml; sudo gpushare apply gpushare.yaml; "
     "sudo gpushare export systemd --to units; sh units/apply.sh"
 )
+_OWN_SLICES: Final = "slices are those of the file that you applied last: sudo gpushare capture leaves them out"
 
 
 @verb(Command)
@@ -66,4 +67,4 @@ def _with_kept(host: Host, file: HostFile) -> tuple[HostFile, list[str]]:
         return file, notes
     if file.rules:
         return file, [*notes, f"the slices of your own file are left out: {applied_path(host)}"]
-    return replace(file, rules=own.rules), [*notes, "slices are those of the file that you applied last"]
+    return replace(file, rules=own.rules), [*notes, _OWN_SLICES]

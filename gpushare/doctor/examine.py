@@ -671,6 +671,14 @@ def _idle(seen: Examination) -> Iterator[Check]:
             )
 
 
+def _keep_remedy(*, has_own_rules: bool) -> str:
+    """Return how rules come to be followed: those of a user by that user's keep, as the unit follows root's file."""
+    if has_own_rules:
+        return "gpushare timeslice keep"
+    export = "sudo gpushare export systemd --to units; sh units/apply.sh"
+    return f"sudo systemctl enable --now {KEEP_UNIT}; if there is none: {export}; or: sudo gpushare timeslice keep"
+
+
 def _rules(seen: Examination) -> Iterator[Check]:
     """Check that `gpushare timeslice keep` runs if the file that was applied last has rules for time-slices."""
     applied = kept_file(seen.host)
@@ -680,10 +688,11 @@ def _rules(seen: Examination) -> Iterator[Check]:
     # `timeslice reset` of a process removes its own record, but not its name from that of keep.
     recorded = slice_records(seen.host)
     unrestored = () if keep is None or runs else [process for process in keep.processes if process.pid in recorded]
+    remedy = _keep_remedy(has_own_rules=rules > 0 and not seen.host.root)
     if unrestored:
-        yield finding("timeslice.rules killed", number=counted(len(unrestored), "process"), unit=KEEP_UNIT)
+        yield finding("timeslice.rules killed", number=counted(len(unrestored), "process"), remedy=remedy)
     elif rules and not runs:
-        yield finding("timeslice.rules", number=counted(rules, "rule"), file=applied_path(seen.host), unit=KEEP_UNIT)
+        yield finding("timeslice.rules", number=counted(rules, "rule"), file=applied_path(seen.host), remedy=remedy)
     elif keep is not None and runs:
         number = counted(len(keep.processes), "process")
         yield Check.passed("timeslice.rules", seen=f"gpushare timeslice keep runs (process {keep.pid}), for {number}")

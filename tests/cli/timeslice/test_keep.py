@@ -235,6 +235,26 @@ def test_doctor_says_whether_the_rules_are_followed(cli: Cli, world: World, keep
     assert "1 rule for time-slices, but gpushare timeslice keep is not running" in text
 
 
+def test_rules_of_a_user_are_followed_by_no_unit(cli: Cli, world: World, keep: Real, rules: Path) -> None:
+    def remedy() -> str:
+        checks = cli("doctor", output="json").data["checks"]
+        (found,) = [check for check in checks if check["id"] == "timeslice.rules" and check["verdict"] == "warn"]
+        return str(found["remedy"])
+
+    world.fault("user", "1000")
+    note = cli("apply", str(rules)).ok().err
+    # A unit follows the file that root applied.
+    assert ("followed for your own processes" in note, "systemd" in note, "sudo" in note) == (True, False, False)
+    assert remedy() == "gpushare timeslice keep"
+    pid = train()
+    keeper = keep()
+    until(lambda: slice_of(world, pid) == 500, "the slice is set")
+    keeper.end(signal.SIGKILL)
+    assert remedy() == "gpushare timeslice keep"
+    # What a user has applied is not in a capture of root.
+    assert "sudo gpushare capture leaves them out" in cli("capture").ok().err
+
+
 def test_the_unit_is_written_if_the_file_has_rules(cli: Cli, world: World, rules: Path) -> None:
     def units(*words: str) -> dict[str, str]:
         documents = cli("export", "systemd", *words, output="json").ok().data["documents"]
