@@ -514,8 +514,8 @@ def _add_jobs_alone(steps: Steps, work: Workload, count: int | None) -> None:
     # One process alone claims only what it needs, too.
     claims_its_size = s.memory_decides or (s.placed_processes == 1 and work.memory is not None)
     memory: int | str | None = job_memory(s, Way.WHOLE, work) if claims_its_size else None
-    if memory is None and (s.placed_processes != 1 or s.gpus_each > 1):
-        # So much that no second one fits; who needs more is not ended for it.
+    if memory is None and s.gpu.memory_total_bytes is not None and (s.placed_processes != 1 or s.gpus_each > 1):
+        # So much that no second one fits; a job that needs more is not ended for it.
         memory, options["over"] = "90%", "warn"
     steps.add_job(program_text(count, label_of(work)), work, wait=True, memory=memory, **options)
 

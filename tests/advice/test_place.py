@@ -13,6 +13,7 @@ from gpushare.advice.case import Case, workload_of
 from gpushare.advice.place import place
 from gpushare.advice.situation import Situation
 from gpushare.base.model import ComputeMode, Way
+from gpushare.base.units import GIB
 from gpushare.gpu_models import named_model
 from tests.advice.conftest import facts_of, table
 
@@ -280,3 +281,14 @@ def test_of_parts_of_equal_size_the_kind_that_is_judged_first_is_first() -> None
     # GPU 1 is judged first: GPU 2 is of its kind.
     situation = Situation(Case(workloads=works, root=False), facts, facts.gpus[1], table())
     assert [part.situation.gpu.index for part in place(situation, separate=False)] == [2, 0, 1]
+
+
+@pytest.mark.parametrize(("total", "size"), [(80 * GIB, " --memory 90% --over warn"), (None, "")])
+def test_a_queue_claims_most_of_a_gpu_of_known_size(total: int | None, size: str) -> None:
+    facts = facts_of("h100")
+    facts = replace(facts, gpus=(replace(facts.gpus[0], memory_total_bytes=total),))
+    case = Case(workloads=(workload_of({"processes": 2, "users": "same", "saturating": True}),), root=True)
+    answer = advice_answer(advise(Situation(case, facts, facts.gpus[0], table())))
+    assert [line.command for line in answer.commands if line.command] == [
+        f"gpushare run -g 0 --slice 2ms --wait{size} -- CMD"
+    ]
