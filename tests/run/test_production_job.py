@@ -15,7 +15,6 @@ import pytest
 
 from gpushare.base.selection import Device
 from gpushare.host.host import Host
-from gpushare.host.identity import Identity
 from gpushare.run import production as module
 from gpushare.run.jobs import JobRecord, PrintedRate, write_record
 from gpushare.run.production import ProductionJob
@@ -120,6 +119,6 @@ def test_its_work_is_that_of_the_one_that_runs(
 def test_production_is_asked_for_by_its_pid_and_its_start() -> None:
     """A PID that was given to somebody else is not production."""
     told = Told()
-    told.host.processes.identity = lambda pid: Identity(pid, 8)
+    told.host.processes.alive = lambda _pid, started=None: started in {None, 8}
     assert not ProductionJob(told.host, told.device, OTHER, 7).lives()
     assert ProductionJob(told.host, told.device, OTHER, 8).lives()
