@@ -335,9 +335,10 @@ def _split_over(situation: Situation, gpus: Sequence[GpuFacts], capacities: Sequ
 
 
 def _joined_part(situation: Situation, group: Sequence[_GpuCase], *, is_spread: bool) -> Part:
-    """Return one part for GPUs that have equal jobs, judged on the one with the most processes.
+    """Return the part of the answer for GPUs that have equal jobs: the way of sharing for the one with the most processes.
 
-    ``is_spread``: the case of the situation is on several GPUs.
+    ``is_spread``: all jobs were split between several GPUs. Then the part also knows the jobs of all its GPUs together
+    (``whole``), and whether each process has a GPU of its own.
     """
     first, *others = sorted(group, key=lambda gpu_case: -(gpu_case.case.processes or 0))
     whole = None

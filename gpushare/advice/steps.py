@@ -170,7 +170,10 @@ class Steps:
 
     @property
     def own_slice(self) -> str | None:
-        """Return the driver's own slice, which keeps a job out of MPS; None: the driver is too old for slices of jobs."""
+        """Return the value of ``--slice`` for jobs that only need to be outside MPS; None: the driver is too old for it.
+
+        `gpushare run` starts a job with a slice outside MPS. This one is about what the driver gives by itself.
+        """
         too_old = self.s.host.driver_major is not None and self.s.host.driver_major < FIRST_SLICES
         return None if too_old else OWN_SLICE
 

@@ -483,7 +483,10 @@ def _paused_by_user_error(job: PausedJob) -> NoPermission:
 
 @contextlib.contextmanager
 def pauses_locked(host: Host) -> Iterator[Sequence[str]]:
-    """Hold the lock of this user's records, and remove those of ended jobs first. Yields the notes to print: none."""
+    """Hold the lock of this user's records, and remove those of ended jobs first.
+
+    Yields no notes; the locks of other changes yield what they have undone before.
+    """
     with PAUSES.locked(host):
         PAUSES.sweep(host)
         yield ()
