@@ -126,7 +126,7 @@ def test_the_gpu_is_that_of_the_job_to_yield_to(cli: Cli, running: int) -> None:
             words = ("run", "-n", "--opportunistic", "--memory", "4G", "-g", gpus, "--for", beside)
             assert world.uuid(index) in cli(*words, "--", "true", host=world.spec).ok().out
     answer = cli("run", "--opportunistic", "--for", "web", "-g", "0,2", "--", "true", host=world.spec)
-    assert "another device" in answer.err
+    assert "a different device" in answer.err
 
 
 def test_it_is_said_whether_production_runs(cli: Cli, world: World, running: int) -> None:

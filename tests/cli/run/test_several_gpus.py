@@ -90,7 +90,7 @@ def test_several_gpus_beside_production(real: Real, cli: Cli, four: World) -> No
         plan = cli("run", "-n", "-g", gpu, "--opportunistic", "--for", "web", "--", "true", host=four.spec).ok()
         assert "'web'" in plan.err + plan.out
     elsewhere = cli("run", "-g", "2", "--opportunistic", "--for", "web", "--", "true", host=four.spec)
-    assert "'web' runs on another device" in elsewhere.lines("error")[0]
+    assert "'web' runs on a different device" in elsewhere.lines("error")[0]
     job.end()
 
 
