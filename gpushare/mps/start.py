@@ -383,7 +383,7 @@ def _foreign_error(host: Host, device: Device, item: FoundDaemon) -> InUse | Non
 def foreign_errors(host: Host, devices: Sequence[Device]) -> list[InUse | None]:
     """Return for each device why no client of gpushare can run there: a daemon of others serves it, and none of gpushare."""
     daemons = find_daemons(host, list({device.gpu.index: device.gpu for device in devices}.values()), deep=False)
-    own = {item.daemon.device_uuid for item in daemons if item.daemon.ours}
+    own = {item.daemon.device_uuid for item in daemons if item.daemon.ours and item.daemon.pid is not None}
     return [
         None
         if device.uuid in own

@@ -86,6 +86,9 @@ def test_foreign_daemon(refused: Refused, cli: Cli, world: World, sim_dir: Path)
     two = World("sim:2xh100")
     for name in ("two", "more"):
         (sim_dir / name).mkdir()
+    # A dead one of our own there changes nothing.
+    cli("mps", "start", "-g", "0", host=two.spec).ok()
+    two.send(two.state.daemons[0].pid, signal.SIGKILL)
     two.foreign_daemon(sim_dir / "two", uuid=two.uuid(0))
     for words in (("-g", "any", "--memory", "1G"), ("-g", "0,1", "--threads", "25"), ("-g", "any", "--wait")):
         cli("run", *words, "--", "sh", "-c", 'test "$GPUSHARE_GPU" = 0 && exit 9; true', host=two.spec).ok()
