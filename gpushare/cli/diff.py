@@ -24,8 +24,8 @@ from gpushare.timeslice.keep import Deviation, Policy, deviations
 def diff(path: str | None = HOST_FILE_ARGUMENT, file: str | None = HOST_FILE_OPTION) -> Any:
     """Show how each GPU differs from its entry in gpushare.yaml; GPUs without an entry are left out.
 
-    With rules for time-slices (slices:) it also names the processes whose slice is not the one that their rule sets. Exit code
-    0: everything is as in the file; 7: something differs. Changes nothing; only root sees all of it.
+    With rules for time-slices (slices:) it also names the processes whose slice is not the one that their rule sets. Exit
+    code 0: everything is as in the file; 7: something differs. Changes nothing; only root sees all of it.
     """
     path = host_file(path, file, "diff")
     wanted, _ = load(path)

@@ -215,8 +215,8 @@ def systemd(
     If the file has rules for time-slices (slices:), another unit follows them: gpushare timeslice keep.
 
     Each MPS daemon runs in the foreground of its unit, so systemd notices its end. Stopping or restarting the unit waits
-    up to 60 s for the clients; those that are left then lose the GPU and fail. The last applied file (gpushare apply keeps it) is used at boot, even if the units were made from another
-    one.
+    up to 60 s for the clients; those that are left then lose the GPU and fail. The last applied file (gpushare apply
+    keeps it) is used at boot, even if the units were made from another one.
     """
     host = describe(gpu, file=file, for_daemons=True)
     rules = _boot_file_has_rules(at_boot) if file is None else "slices" in host.sections

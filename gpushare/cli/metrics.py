@@ -48,7 +48,7 @@ def metrics(
 
     The metrics say how each GPU is shared: its time-slice, MPS daemons with limits and clients, MIG layout with free
     slices and slices that no further instance can use, leases, and the jobs of gpushare with role, way, time-slice and
-    memory. Without root, only the jobs of this user and of root. Use it next to dcgm-exporter: both label a GPU with its
+    memory. Without root, the jobs are those of this user and of root. Use it next to dcgm-exporter: both label a GPU with its
     UUID.
     """
     address, port = _parse_address(listen)

@@ -44,8 +44,8 @@ def savings(
 ) -> Any:
     """Calculate what the work of several GPUs would cost on fewer GPUs: an estimate, not a promise.
 
-    Loads and memory add up, and the GPUs that remain must have room for all of the memory. The overhead of sharing is not
-    included, and the mean load hides peaks: measure before you give machines back. The price is the one you give.
+    Loads and memory add up, and the GPUs that remain must have room for all of the memory. The overhead of sharing is
+    not included, and the mean load hides peaks: measure before you give machines back. The price is the one you give.
     """
     refuse(_REFUSED)
     target = _parse_number("--target-load", target_load, Decimal(100))

@@ -255,8 +255,9 @@ def set_slice(
 
     With a JOB: how long the GPU runs each of its CUDA contexts while others wait, from 20us to 30ms, as root up to 1s.
     This takes effect at once, is read back, and ends with the process. For your own jobs it needs no root, except where
-    Yama restricts access, as on Ubuntu. A short slice for a job helps the others on the GPU that must answer fast. The shorter the slices, the more time two jobs that
-    always have work lose to the switches. 3x is three times the usual slice, as with gpushare run --weight 3.
+    Yama restricts access, as on Ubuntu. A short slice for a job helps the others on the GPU that must answer fast. The
+    shorter the slices, the more time two jobs that always have work lose to the switches. 3x is three times the usual
+    slice, as with gpushare run --weight 3.
 
     Without a JOB: it sets the level of whole GPUs, and compute mode default if another mode is in the way. Needs root;
     both are lost at a reboot, and running programs may keep the old level.

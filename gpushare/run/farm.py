@@ -62,8 +62,8 @@ class FarmOptions:
     """What a farm runs, and how. ``lines`` are those of ``--each`` (None: the copies have numbers only).
 
     ``parallel`` is how many copies may run at the same time on all GPUs together (None: as many as fit). ``budget`` is
-    the memory of a copy on each of its GPUs. ``cap`` returns the thread percentage of each of N copies
-    on one GPU (None: no cap). ``restarts`` is how often a failed copy is started again, ``stall_seconds`` how long a copy
+    the memory of a copy on each of its GPUs. ``cap`` returns the thread percentage of each of N copies on one GPU (None: no
+    cap). ``restarts`` is how often a failed copy is started again, ``stall_seconds`` how long a copy
     may print nothing (None: no limit). ``user_limits`` are what users may reserve on a GPU, by uid. ``gpus`` is how many
     GPUs each copy has; a copy on several GPUs runs outside MPS.
     """

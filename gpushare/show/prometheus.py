@@ -79,7 +79,7 @@ _HELP = {
     "gpushare_job_memory_used_bytes": "Device memory that the processes of a job hold.",
     "gpushare_job_memory_limit_bytes": "Limit of the device memory of a job on each of its GPUs.",
     "gpushare_job_memory_swapped_bytes": "Host memory that a job holds while it is swapped out.",
-    "gpushare_swapped_out_timestamp_seconds": "Unix time since which a job is in this state: of the one that has been in it longest.",
+    "gpushare_swapped_out_timestamp_seconds": "Unix time at which the job that has been in this state longest entered it.",
     "gpushare_mps_daemon_up": "Whether the MPS control daemon answers; 0 if it died or hangs.",
     "gpushare_mps_clients": "Clients of the MPS daemon.",
     "gpushare_mps_clients_limit": "Maximum number of client contexts per server of the daemon.",
